@@ -98,6 +98,13 @@ def refuse_pending_unshard(state: FSDPState) -> NoReturn:
     raise UnsupportedFeatureError(_refusal(describe(state), reason))
 
 
+@at_run_time
+def refuse_eager_slices(state: FSDPState) -> NoReturn:
+    """Refuse a module whose post-forward shards an eager forward has kept."""
+    reason = "post-forward shards of an eager forward: call its reshard() first"
+    raise UnsupportedFeatureError(_refusal(describe(state), reason))
+
+
 @eval_at_trace_time_guarded
 def refuse_substitute(state: FSDPState, name: str) -> NoReturn:
     """Refuse a tensor that has replaced an unsharded parameter, because the graph would replace it again."""
@@ -184,7 +191,12 @@ def _check_replaced(groups: list[_Held], where: str) -> None:
 
 @at_run_time
 def _check_devices(module: nn.Module, groups: list[_Held], device: str, where: str) -> None:
-    offloaded = {id(tensor) for held in groups for param, tensor in held.values() if param.offload_to_cpu}
+    offloaded = {
+        id(tensor)
+        for held in groups
+        for param, tensor in held.values()
+        if param.offload_to_cpu and param.sharded_state == ShardedState.SHARDED
+    }
     parameters = [(fqn, each) for fqn, each in module.named_parameters() if isinstance(each, DTensor)]
     for expected, is_offloaded in (("cpu", True), (device, False)):
         wrong = {

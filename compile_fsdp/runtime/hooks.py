@@ -21,12 +21,12 @@ import torch
 from torch import nn
 
 from compile_fsdp.runtime import checks, trace_record
-from compile_fsdp.runtime.attached import hooks_of, module_hooks_of
+from compile_fsdp.runtime.attached import find_hooks, hooks_of, module_hooks_of
 from compile_fsdp.runtime.backward import await_end_of_backward, begin, begin_eagerly, reshard_idle, start_backward
 from compile_fsdp.runtime.gather import EAGER_GATHER
 from compile_fsdp.runtime.group import TraceableGroup
 from compile_fsdp.runtime.module_params import register_unsharded, reshard_after_forward, save
-from compile_fsdp.runtime.outputs import alias_inputs, cast_floating, find_tensors
+from compile_fsdp.runtime.outputs import alias_inputs, cast_floating, find_tensors, move_tensors
 from compile_fsdp.runtime.prepare import initialise, prepare_groups
 from compile_fsdp.runtime.root import ModuleHooks, StateHooks
 from compile_fsdp.runtime.states import Memory
@@ -39,7 +39,6 @@ from compile_fsdp.runtime.tracing import (
     restore_hook_bodies,
 )
 from compile_fsdp.torch_compat.autograd import current_backward
-from compile_fsdp.torch_compat.dispatch import tree_map_only
 from compile_fsdp.torch_compat.distributed import name_in_graphs
 from compile_fsdp.torch_compat.dynamo import call_with_side_effects, compiles_frames
 
@@ -124,9 +123,7 @@ def _begin_root(hooks: StateHooks, args: Any, kwargs: Any) -> tuple[Any, Any]:
     # trace a tensor's hook immediately, and forget the earlier effects of our hooks.
     defer_hook_bodies()
     device = hooks.state._device
-    if device.type != "cpu":
-        args, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), (args, kwargs))
-    return args, kwargs
+    return (args, kwargs) if device.type == "cpu" else move_tensors((args, kwargs), device)
 
 
 def _watch_inputs(hooks: StateHooks, inputs: Any) -> None:
@@ -147,7 +144,8 @@ def _wait_for_prefetched(hooks: StateHooks, meets_graphs: bool) -> None:
         if group.memory is Memory.UNSHARDED_AHEAD:
             group.enter(Memory.UNSHARDED)
     root_state = hooks.state._state_ctx.iter_forward_root
-    if root_state is None or not ((root := hooks_of(root_state).root).is_traced or meets_graphs):
+    root_hooks = None if root_state is None else find_hooks(root_state)
+    if root_hooks is None or not ((root := root_hooks.root).is_traced or meets_graphs):
         return
     for state in hooks.state._states_to_forward_prefetch:
         for group in hooks_of(state).groups:
@@ -209,11 +207,12 @@ def _watched_outputs(hooks: StateHooks, output: Any) -> list[torch.Tensor]:
     if not torch.is_grad_enabled() or not hooks.groups:
         return tensors
     find_tensors(output, tensors, unknown)
-    tensors = [tensor for tensor in tensors if tensor.requires_grad]
-    if unknown and not tensors:
-        # An object of unknown type, such as a key-value cache, is harmless beside these tensors.
+    watched = [tensor for tensor in tensors if tensor.requires_grad]
+    # An object of unknown type, such as a key-value cache, is harmless beside tensors that show the backward's start,
+    # or that show that a frozen module has none.
+    if unknown and not watched and not (tensors and all([group.is_frozen for group in hooks.groups])):
         checks.refuse_output(hooks.state, tuple(unknown))
-    return tensors
+    return watched
 
 
 def _cast_output(hooks: StateHooks, output: Any) -> Any:
@@ -257,7 +256,10 @@ def _enter(hooks: StateHooks) -> None:
     """Initialise the FSDP2 state and refuse unsupported models, before the graph gets any op."""
     keep_later_writes()
     initialise(hooks)
-    prepare_groups((hooks, *map(hooks_of, hooks.state._states_to_forward_prefetch)))
+    ahead = (*hooks.state._states_to_forward_prefetch, *hooks.state._states_to_backward_prefetch)
+    prepare_groups((hooks, *map(hooks_of, ahead)))
+    if any(group.is_post_forward and not group.has_own_slices for group in hooks.groups):
+        checks.refuse_eager_slices(hooks.state)  # the root's call has resharded all others
     trace_record.enter(hooks)
 
 

@@ -22,7 +22,7 @@ from compile_fsdp.runtime import calls, trace_record
 from compile_fsdp.runtime.attached import attach, find_hooks, module_hooks_of
 from compile_fsdp.runtime.checks import describe
 from compile_fsdp.runtime.hooks import post_forward, pre_forward
-from compile_fsdp.runtime.module_params import finds_substitute, put_sharded_back
+from compile_fsdp.runtime.module_params import finds_substitute, put_sharded_back, reshard_eager_slices
 from compile_fsdp.runtime.reset import reset_step
 from compile_fsdp.runtime.root import ModuleHooks, Replay, Root, StateHooks
 from compile_fsdp.runtime.run_compiler import run_compiler
@@ -30,7 +30,7 @@ from compile_fsdp.runtime.subclass_parameters import is_extended
 from compile_fsdp.runtime.tracing import at_run_time, inline_only, restore_hook_bodies_now
 from compile_fsdp.torch_compat.dynamo import TorchRuntimeError, Unsupported, compiles_frames, skip_code
 from compile_fsdp.torch_compat.dynamo_limits import traces_rnns
-from compile_fsdp.torch_compat.fsdp import FSDPParamGroup, FSDPState, fsdp_state, param_groups
+from compile_fsdp.torch_compat.fsdp import FSDPState, await_optimizer, fsdp_state, original_class_index, param_groups
 from compile_fsdp.torch_compat.global_state import is_forced_eager, is_in_dual_level
 
 # Returns the object that replays a model's steps, or None, and the arguments for torch.compile, from the user's.
@@ -39,10 +39,6 @@ StartReplay = Callable[[dict[str, Any]], tuple[Replay | None, dict[str, Any]]]
 
 class TraceableModule:
     """Mixin, first in the MRO of a sharded module. See [Note: Where the root is traced]."""
-
-    # torch's FSDPModule.__new__ finds the user's class at this index of the MRO:
-    # traceable class, TraceableModule, torch's FSDP class, FSDPModule, the user's class
-    _orig_cls_mro_index = 4
 
     @inline_only
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -94,7 +90,11 @@ def _begin(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> calls.
     # Dynamo of torch 2.15 fails in the call's frame.
     is_eager = isinstance(module, nn.RNNBase) and not traces_rnns()
     if module._compiled_call_impl is not None:
-        groups = list(_groups_of_call(module))
+        if calls.outermost() is None:
+            await_optimizer(_state_of(module))
+        states = list(_states_of_call(module))
+        groups = list(chain.from_iterable(map(param_groups, states)))
+        reshard_eager_slices(group for hooks in filter(None, map(find_hooks, states)) for group in hooks.groups)
         for fsdp_group in groups:
             if fsdp_group._all_gather_result is not None:
                 fsdp_group.wait_for_unshard()  # the user's unshard(async_op=True), because a graph cannot
@@ -106,15 +106,14 @@ def _begin(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> calls.
 
 
 @at_run_time
-def _groups_of_call(module: nn.Module) -> Iterator[FSDPParamGroup]:
-    """Return the parameter groups of the modules that a graph of this call may hold."""
+def _states_of_call(module: nn.Module) -> Iterator[FSDPState]:
+    """Return the states of the modules that a graph of this call may hold."""
     state = _state_of(module)
-    states = [state]
-    if calls.outermost() is None:
-        # torch does not know the states below before the first forward.
-        found = map(fsdp_state, module.modules()) if state._is_root is None else state._state_ctx.all_states
-        states = [each for each in found if each is not None]
-    return chain.from_iterable(map(param_groups, states))
+    if calls.outermost() is not None:
+        return iter([state])
+    # torch does not know the states below before the first forward.
+    found = map(fsdp_state, module.modules()) if state._is_root is None else state._state_ctx.all_states
+    return filter(None, found)
 
 
 @at_run_time
@@ -205,7 +204,12 @@ def belongs_to_traceable(parameter: nn.Parameter) -> bool:
 
 @cache
 def _traceable_class(cls: type[Any], start_replay: StartReplay) -> type[Any]:
-    attributes = {"__module__": cls.__module__, "_start_replay": staticmethod(start_replay)}
+    attributes = {
+        "__module__": cls.__module__,
+        "_start_replay": staticmethod(start_replay),
+        # Where `FSDPModule.__new__` finds the user's class in the MRO: two classes are before those of torch.
+        "_orig_cls_mro_index": original_class_index(cls) + 2,
+    }
     return type(cls.__name__, (TraceableModule, cls), attributes)
 
 

@@ -85,6 +85,18 @@ def cast_floating(nested: Any, dtype: torch.dtype) -> Any:
     return nested
 
 
+def move_tensors(nested: Any, device: torch.device) -> Any:
+    """Move the tensors in lists, tuples and dicts to a device, in new containers unless empty, as eager FSDP2 does."""
+    if isinstance(nested, (torch.Tensor, PackedSequence)):
+        return nested.to(device)  # type: ignore[arg-type]
+    if isinstance(nested, dict) and nested:
+        entries = {key: move_tensors(each, device) for key, each in nested.items()}
+        return entries if type(nested) is dict else _rebuild_dict(nested, entries)
+    if isinstance(nested, (list, tuple)) and nested:
+        return _rebuild(nested, [move_tensors(each, device) for each in nested])
+    return nested
+
+
 def _rebuild(sequence: Any, items: list[Any]) -> Any:
     """A list or tuple of the same class."""
     if type(sequence) in (list, tuple):

@@ -99,7 +99,8 @@ class TraceableParam:
             free_storage(self.unsharded_param.data)
         elif fsdp_param.is_dtensor:
             # detach() gives a separate leaf on the storage of the DTensor's local tensor.
-            self.unsharded_param = nn.Parameter(local_tensor(unsharded).detach())
+            local = local_tensor(unsharded).detach()
+            self.unsharded_param = nn.Parameter(local, requires_grad=fsdp_param.sharded_param.requires_grad)
         else:
             self.unsharded_param = unsharded
         shard_size, dim = fsdp_param.padded_sharded_param_size, fsdp_param.fsdp_placement.dim

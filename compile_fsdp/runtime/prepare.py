@@ -8,9 +8,10 @@ from functools import partial
 
 import torch
 
-from compile_fsdp.runtime.attached import hooks_of, set_owner
+from compile_fsdp.errors import NotShardedError
+from compile_fsdp.runtime.attached import find_hooks, hooks_of, set_owner
 from compile_fsdp.runtime.backward import gradient_accumulated
-from compile_fsdp.runtime.checks import check_group, check_parameters
+from compile_fsdp.runtime.checks import check_group, check_parameters, describe
 from compile_fsdp.runtime.group import GroupConstants, TraceableGroup
 from compile_fsdp.runtime.parameter import TraceableParam
 from compile_fsdp.runtime.reduction import process_groups
@@ -34,6 +35,11 @@ def initialise(hooks: StateHooks) -> None:
     except (RuntimeError, ValueError) as error:
         raise passing_dynamo(error) from None
     states = state._state_ctx.all_states
+    if names := ", ".join(describe(each) for each in states if find_hooks(each) is None):
+        raise NotShardedError(
+            f"expected traceable modules only, got {names}, sharded with torch's own fully_shard(); call "
+            "compile_fsdp.make_traceable() with the whole model"
+        )
     root_state = next(each for each in states if each._is_root)  # the root may run eagerly
     hooks_of(root_state).root.adopt([hooks_of(each) for each in states])
 

@@ -123,12 +123,24 @@ def param_groups(state: FSDPState) -> list[FSDPParamGroup]:
     return [] if group is None else [group]
 
 
+def original_class_index(cls: type) -> int:
+    """Where the class of a sharded module has the user's class in its MRO. (2.13.0)"""
+    return int(getattr(cls, "_orig_cls_mro_index", 2))
+
+
 def order_gather_streams(state: FSDPState) -> None:
     """Make later eager all-gathers wait for the work queued so far on the current stream. (2.11.0, 2.13.0)"""
     context = state._comm_ctx
     current = context.device_handle.current_stream()
     context.all_gather_copy_in_stream.wait_stream(current)
     context.all_gather_stream.wait_stream(current)
+
+
+def await_optimizer(state: FSDPState) -> None:
+    """Let the current stream wait for the event of `set_post_optim_event`, as an eager forward does. (2.13.0)"""
+    if (event := state._state_ctx.post_optim_event) is not None:
+        torch.get_device_module(state._device).current_stream().wait_event(event)
+        state._state_ctx.post_optim_event = None
 
 
 def reduces_unused(group: FSDPParamGroup) -> bool:

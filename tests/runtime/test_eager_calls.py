@@ -9,10 +9,13 @@ import pytest
 import torch
 from torch import nn
 from torch.autograd import forward_ad
+from torch.distributed.fsdp import FSDPModule
 from torch.func import functional_call
 
 import compile_fsdp
-from compile_fsdp.errors import ReplacedParameterError
+from compile_fsdp.errors import ReplacedParameterError, UnsupportedFeatureError
+from helpers.models.blockwise import shard_blocks
+from helpers.parity.check import Parity, compare, compare_grads
 from helpers.parity.twins import AOT_EAGER, build_both
 from helpers.ranks.fake_world import fake_world
 from helpers.ranks.tests import on_ranks
@@ -113,4 +116,38 @@ def test_functions_that_are_compiled_refuse_substitutes() -> None:
         with pytest.raises(ReplacedParameterError, match="expected the unsharded parameter weight in the root"):
             compiled(x)
         model[0].weight = kept
+        compiled(x)
+
+
+def _shard_to_two(fully_shard: Any) -> Any:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    return shard_blocks(model, fully_shard, reshard_after_forward=2)
+
+
+@on_ranks(4)
+def test_eager_forwards_may_leave_post_forward_shards_to_a_compiled_one(rank: int) -> None:
+    models, result = build_both(_shard_to_two), Parity()
+    for step in range(3):
+        torch.manual_seed(10 * step + rank)
+        x, losses = torch.randn(4, 8), []
+        for model in models:
+            with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+                model(x)
+            losses.append(model(x).square().mean())
+            losses[-1].backward()
+        compare(result, f"step {step}: loss", *losses)
+        compare_grads(result, f"step {step}", *models)
+    assert result.differing == []
+
+
+def test_functions_that_are_compiled_refuse_post_forward_shards_of_an_eager_forward() -> None:
+    with fake_world(4), torch.no_grad():
+        model, x = _shard_to_two(compile_fsdp.fully_shard), torch.ones(2, 8)
+        model(x)
+        compiled = torch.compile(model, backend="compile_fsdp", fullgraph=True, options=AOT_EAGER)
+        with pytest.raises(UnsupportedFeatureError, match=r"post-forward shards of an eager forward: call its reshard"):
+            compiled(x)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
         compiled(x)

@@ -9,11 +9,15 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 import compile_fsdp
+from compile_fsdp.errors import NotShardedError
+from helpers.models.blockwise import shard_blocks
 from helpers.parity.check import Parity, build, compare_grads, loss_of
 from helpers.parity.twins import AOT_EAGER, Twins
+from helpers.ranks.fake_world import fake_world
 from helpers.ranks.tests import on_ranks
 
 
@@ -136,3 +140,22 @@ def test_single_rank_is_bitwise_equal_to_eager(rank: int) -> None:
     for _ in range(3):
         twins.train()
     assert twins.result.differing == []
+
+
+def test_part_of_a_model_that_is_made_traceable_runs_eagerly_only() -> None:
+    with fake_world(2):
+        model = shard_blocks(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch_fully_shard)
+        compile_fsdp.make_traceable(model[0])
+        model(torch.ones(2, 4)).sum().backward()
+        model.compile(backend="compile_fsdp", options=AOT_EAGER)
+        expected = r"expected traceable modules only, got the root \(Sequential\), 1 \(Linear\), sharded "
+        with pytest.raises(NotShardedError, match=expected):
+            model(torch.ones(2, 4))
+
+
+@pytest.mark.parametrize("shard", [torch_fully_shard, replicate])
+def test_slice_of_a_traceable_container_is_the_users_container(shard: Any) -> None:
+    with fake_world(2):
+        model: Any = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+        shard(model)
+        assert type(compile_fsdp.make_traceable(model)[:2]) is nn.Sequential

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import Replicate, distribute_tensor
 
 from compile_fsdp.torch_compat.dispatch import FakeTensorMode
 from helpers.models.blockwise import compile_whole, shard_blocks
@@ -52,3 +55,25 @@ def test_model_of_fake_tensors_may_run_eagerly_before_it_is_compiled() -> None:
             model = shard_blocks(Stack(), mesh=mesh)
             model(torch.ones(3, 8))
             compile_whole(model, **AOT_EAGER)(torch.ones(3, 8)).backward()
+
+
+class _Quantized(nn.Module):
+    """Computes with a frozen int8 weight that tensor parallelism replicates."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        quantized = torch.full((4, 4), 2, dtype=torch.int8)
+        self.scale = nn.Parameter(torch.ones(4))
+        self.weight = nn.Parameter(distribute_tensor(quantized, mesh, [Replicate()]), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight: Any = self.weight
+        return x @ weight.to_local().float() * self.scale
+
+
+def test_frozen_integer_parameters_may_be_dtensors() -> None:
+    with fake_world(4):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        model = nn.Sequential(_Quantized(mesh["tp"]), nn.Linear(4, 4))
+        shard_blocks(model, mesh=mesh["dp"])
+        compile_whole(model, **AOT_EAGER)(torch.ones(2, 4)).sum().backward()

@@ -15,8 +15,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import compile_fsdp
 from helpers.graphs.capture import events, render_step
-from helpers.models.blockwise import shard_blocks
+from helpers.models.blockwise import compile_whole, shard_blocks
 from helpers.models.layers import Product
+from helpers.parity.twins import AOT_EAGER
 from helpers.ranks.fake_world import fake_world
 
 
@@ -73,6 +74,24 @@ def test_forward_prefetch_list_gathers_listed_modules_early() -> None:
 def test_backward_prefetch_list_gathers_listed_modules_early() -> None:
     _, backward = _events(lambda model: model[2].set_modules_to_backward_prefetch([model[1], model[0]]))
     assert backward[:4] == ["gather[384]", "gather[128]", "gather[64]", "mm[16, 24]"]
+
+
+class _Sometimes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.sometimes, self.last = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, uses_all: bool) -> torch.Tensor:
+        x = self.first(x)
+        return self.last(self.sometimes(x) if uses_all else x)  # type: ignore[no-any-return]
+
+
+def test_backward_prefetch_list_may_have_a_module_that_did_not_run() -> None:
+    with fake_world(2):
+        model = compile_whole(shard_blocks(_Sometimes()), **AOT_EAGER)
+        model.last.set_modules_to_backward_prefetch([model.first, model.sometimes])
+        for uses_all in (False, True):
+            model(torch.ones(2, 8), uses_all).sum().backward()
 
 
 @pytest.mark.parametrize("world_size", [pytest.param(64, marks=pytest.mark.slow), 1024])

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import compile_fsdp
 from compile_fsdp.errors import UnsupportedFeatureError
+from helpers.models.blockwise import compile_whole, shard_blocks
 from helpers.models.stacks import Block
 from helpers.parity.check import full
 from helpers.parity.twins import AOT_EAGER, build_both
@@ -231,3 +232,30 @@ def test_end_of_a_backward_inside_of_another_leaves_the_outer_ones_parameters(
             model(torch.randn(3, 4)).backward()
         found.append([None if each.grad is None else full(each.grad) for each in model.parameters()])
     assert all(a is b is None or torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+class _Cache:
+    """An object of a class that FSDP2 does not look into."""
+
+
+class _Cached(nn.Linear):
+    def forward(self, x: torch.Tensor) -> Any:
+        return super().forward(x), _Cache()
+
+
+class _AfterCached(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = _Cached(4, 4), nn.Linear(4, 4)
+        self.first.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden, _ = self.first(x)
+        return self.last(hidden)  # type: ignore[no-any-return]
+
+
+def test_frozen_first_module_may_return_unknown_objects_beside_tensors() -> None:
+    with fake_world(2):
+        model = compile_whole(shard_blocks(_AfterCached()), **AOT_EAGER)
+        model(torch.ones(2, 4)).sum().backward()
+        assert model.last.weight.grad is not None
