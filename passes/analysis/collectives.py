@@ -218,7 +218,7 @@ def is_collective(node: fx.Node) -> bool:
 def collective_arguments(node: fx.Node) -> dict[str, object] | None:
     """Return the arguments of a collective by name, and its "kind"; None if the node calls no collective."""
     op = getattr(node.target, "default", node.target)  # A Dynamo graph calls packets.
-    if not isinstance(op, OpOverload) or op.namespace not in ("_c10d_functional", "compile_fsdp"):
+    if not isinstance(op, OpOverload) or op.namespace not in ("_c10d_functional", "_dtensor", "compile_fsdp"):
         return None
     names = [argument.name for argument in argument_aliasing(op)]
     if "group_name" not in names:

@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from compile_fsdp.passes.analysis.sequence import CollectiveSequence
+import torch
+
+from compile_fsdp.passes.analysis.sequence import CollectiveSequence, read_collectives
+from helpers.graphs.build import GraphBuilder
+
+
+def test_collectives_of_dtensors_count(build: GraphBuilder) -> None:
+    x = build.input("x", (4, 4))
+    node = build.graph.call_function(torch.ops._dtensor.shard_dim_alltoall.default, (x, 0, 1, "dp"))
+    node.meta["val"] = x.meta["val"]
+    assert read_collectives(build.output(node)).groups == ("dp",)
 
 
 def test_lines_leave_out_other_process_groups_and_renumber_the_rest() -> None:
