@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from compile_fsdp.passes.analysis.aliases import fake_value
+from compile_fsdp.passes.analysis.subgraphs import reached
 
 
 def saved_sizes(forward: fx.Graph, names: Collection[str]) -> fx.Graph | None:
@@ -20,9 +21,7 @@ def saved_sizes(forward: fx.Graph, names: Collection[str]) -> fx.Graph | None:
     None if one of them depends on more than sizes and shapes of the inputs, such as on values.
     """
     by_name = {node.name: node for node in forward.nodes}
-    needed = [by_name[name] for name in names]
-    for node in needed:
-        needed += node.all_input_nodes
+    needed = reached([by_name[name] for name in names], lambda node: node.all_input_nodes)
     if any(isinstance(fake_value(node), torch.Tensor) and node.op != "placeholder" for node in needed):
         return None
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
