@@ -10,7 +10,7 @@ EQUIVALENT: dict[str, str] = {
     "aliases.Aliases.__init__: self._joined -> True": "speed: without joins, every class is its own root",
     "check._window_faults: not resized_placeholders(graph) -> False": "speed: it would find no window",
     "choose.fit: fastest > budget -> True": "speed: the search would come to no choice as well",
-    'collectives.collective_arguments: op.namespace not in ("_c10d_functional", "compile_fsdp") -> False': (
+    'collectives.collective_arguments: op.namespace not in ("_c10d_functional", "_dtensor", "compile_fsdp") -> False': (
         "speed: no other op of these graphs has a group"
     ),
     "collectives._infer: target is WAIT -> False": "speed: the op itself, run on fake tensors, gives the same",
