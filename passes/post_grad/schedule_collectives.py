@@ -41,7 +41,7 @@ from itertools import accumulate
 
 from torch import fx
 
-from compile_fsdp.ops import BLOCK_CALLS
+from compile_fsdp.ops import BLOCK_CALLS, reduce_scatter_tensor
 from compile_fsdp.passes.analysis.collectives import (
     is_collective,
     is_fetch,
@@ -177,7 +177,9 @@ def _is_movable(each: _Collective, written: set[fx.Node]) -> bool:
 def _usual_seconds(moves: _Moves, costs: Costs) -> Iterator[float]:
     """Yield the seconds of each fixed node for the usual batch. See [Note: One order on all ranks]."""
     parameters = {node for each in moves.gathers for node in each.results}
-    gradients = {node for each in moves.reductions for launched in each.launch for node in launched.all_input_nodes}
+    # Not of the model's own reductions, whose sizes depend on the rank's batch.
+    reductions = [each for each in moves.reductions if each.collective.target is reduce_scatter_tensor]
+    gradients = {node for each in reductions for launched in each.launch for node in launched.all_input_nodes}
     for node in moves.fixed:
         involved = [each for each in node.all_input_nodes if each in parameters] + [node] * (node in gradients)
         if node.target in BLOCK_CALLS:  # a product with each parameter, and one for each gradient

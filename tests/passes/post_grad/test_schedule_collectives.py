@@ -15,7 +15,7 @@ from compile_fsdp import ops
 from compile_fsdp.passes import Costs
 from compile_fsdp.passes.analysis.collectives import is_collective
 from compile_fsdp.passes.post_grad.schedule_collectives import schedule_collectives
-from helpers.graphs.build import GraphBuilder, aten, c10d, gather, reduce
+from helpers.graphs.build import REDUCE, GraphBuilder, aten, c10d, gather, name_collectives, reduce
 from helpers.graphs.lockstep import same_results
 from helpers.graphs.render import render
 
@@ -70,7 +70,9 @@ def backward(layers: int = 3, rows: int = 8) -> fx.Graph:
         grad = model.mm(grad, weight)
         gradients += model.reduced(gradient, grad)
         weight = following
-    return model.build.output(grad, *gradients)
+    graph = model.build.output(grad, *gradients)
+    name_collectives(graph)
+    return graph
 
 
 def events(graph: fx.Graph) -> str:
@@ -204,6 +206,23 @@ def test_order_of_collectives_does_not_depend_on_the_batch_size(
     for each in (8, rows):
         graph = forward(layers, each) if is_forward else backward(layers, each)
         scheduled(graph, latency, hoist)
+        orders.append([node.name for node in graph.nodes if is_collective(node)])
+    assert orders[0] == orders[1]
+
+
+def test_order_does_not_depend_on_the_size_of_activations_that_the_model_reduces() -> None:
+    orders = []
+    for rows in (2, 4096):
+        model = Model(2, rows)
+        weight, late = model.gather(0), model.gather(1)
+        grad = model.mm(model.x, weight)
+        reduced = model.reduced(model.weight_gradient(0, model.x), model.x)
+        name_collectives(model.build.graph)
+        hidden = model.mm(grad, model.build.input("square", (8, 8)))
+        launched = model.build.call(REDUCE, hidden, "sum", 2, "tp")
+        y = model.mm(model.build.call(c10d.wait_tensor.default, launched), late)
+        graph = model.build.output(y, *reduced)
+        scheduled(graph, 1, hoist=False)
         orders.append([node.name for node in graph.nodes if is_collective(node)])
     assert orders[0] == orders[1]
 
