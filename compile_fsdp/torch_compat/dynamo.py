@@ -200,7 +200,10 @@ def explain_untraceable_hooks(remedy: str) -> None:
 
     def explain(arguments: object) -> None:
         error = sys.exc_info()[1]
-        if isinstance(error, exc.Unsupported) and any("_fully_shard" in f.filename for f in error.real_stack):
+        if not isinstance(error, exc.Unsupported):
+            return
+        names = [frame.name for frame in error.real_stack if "_fully_shard" in frame.filename]
+        if names and names[0] != "unshard":  # which a forward calls itself
             error.args = (f"{remedy}\n\n{error}", *error.args[1:])
 
     callback.callback_handler.register_end_callback(explain)

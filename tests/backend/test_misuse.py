@@ -244,6 +244,22 @@ def test_error_of_fullgraph_in_torchs_own_hooks_names_make_traceable() -> None:
     assert "_fully_shard" in message  # Dynamo's own message follows
 
 
+class _Unshards(nn.Sequential):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        last: Any = self[1]
+        last.unshard()
+        return super().forward(x)
+
+
+def test_error_of_fullgraph_in_an_unshard_of_the_forward_does_not_name_make_traceable() -> None:
+    with fake_world(2):
+        model = compile_whole(shard_blocks(_Unshards(nn.Linear(4, 4), nn.Linear(4, 4))), **AOT_EAGER)
+        with pytest.raises(torch._dynamo.exc.Unsupported) as error:
+            model(torch.ones(2, 4))
+        assert "unshard" in str(error.value)
+        assert "make_traceable" not in str(error.value)
+
+
 @on_ranks(2)
 def test_optimizer_built_before_sharding_warns_once(rank: int) -> None:
     def warned(
