@@ -2,7 +2,8 @@
 
 [Note: Blocks by name]
 A graph calls a block by a name that hashes the block's ops. So equal graphs call equal blocks, in every process and
-from every cache. The table of names holds its blocks weakly: the step that calls a block keeps it.
+from every cache. The table of names holds its blocks weakly: the step that calls a block keeps it. A block that is
+loaded while an equal one is in use is that one, unless its sizes may change.
 """
 
 from __future__ import annotations
@@ -97,10 +98,17 @@ class Block:
         _blocks[self.forward.name] = self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Block, (self.forward, self.backward, self.signature, self.draws, self.sizes)
+        return _load_block, (self.forward, self.backward, self.signature, self.draws, self.sizes)
+
+
+def _load_block(forward: Part, *others: Any) -> Block:
+    known = _blocks.get(forward.name)
+    return known if known is not None and known.forward is forward else Block(forward, *others)
 
 
 def _load_part(run: bytes | None, name: str, graph: fx.GraphModule, work: Any, results: Any, is_random: bool) -> Part:
+    if results is not None and (known := _parts.get(name)) is not None:
+        return known
     if run is None:
         return Part(None, name, graph, work, results, is_random)
     stored = partial(pickle.loads, run)

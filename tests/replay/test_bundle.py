@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,6 +35,18 @@ from helpers.ranks.meshes import shared_mesh
 from helpers.ranks.tests import on_ranks
 
 pytestmark = pytest.mark.skipif(not CAN_REPLAY, reason="torch 2.13 has brought it")
+
+
+@on_ranks(1)
+def test_model_keeps_its_blocks_if_an_equal_model_of_its_bundle_is_deleted(rank: int) -> None:
+    with TemporaryDirectory() as folder:
+        models = [build(Path(folder, "step.bundle"), blocks=4) for _ in range(2)]
+        for model in models:
+            train(model)
+        assert count_replays(models[1]) == (3, 3)  # by the first model's bundle
+        del model, models[1]
+        gc.collect()
+        train(models[0])
 
 
 _STEP = """
