@@ -34,6 +34,7 @@ class BackwardSignature:
     outputs: tuple[int, ...]  # numbers of the outputs of the forward's node that have a gradient
     accumulated: tuple[bool, ...]  # by leaf of the forward's autograd graph: whether it has a gradient before
     undefined: tuple[Place, ...]  # of the leaves that get no gradient
+    shared: tuple[int, ...]  # by gradient: position of the first that is the same tensor, which is one input
 
 
 class Tensors:
@@ -47,6 +48,8 @@ class Tensors:
         self.node = node
         # Compiled autograd accumulates into the present gradient of a leaf, and traces a separate graph for it.
         self.accumulated = tuple(leaf.grad is not None for leaf in leaves)
+        numbers = [id(each) for each in grads]
+        self.shared = tuple(map(numbers.index, numbers))
         # Compiled autograd traces a separate graph for such hooks.
         self.has_hooks = any(leaf._backward_hooks for leaf in leaves)
         self._lists: dict[str, Sequence[torch.Tensor | None]] = {
@@ -60,6 +63,8 @@ class Tensors:
         """Return the place of a tensor; NotPortableError if it is in no list, or its memory is in several lists."""
         every = [((name, i), each) for name, tensors in self._lists.items() for i, each in enumerate(tensors)]
         places = [place for place, each in every if each is tensor]
+        if len({name == "gradient" for name, _ in places}) > 1:
+            raise NotPortableError("its backward reads a gradient that is also another input")
         if not places and tensor.untyped_storage().nbytes():
             # A saved tensor that is also an output is a new object on each access.
             memory = _memory(tensor)
@@ -108,7 +113,7 @@ class BackwardFrame:
         if tuple(output.output_nr for output in outputs) != signature.outputs:
             return False
         tensors = Tensors(parameters, outputs, grads)
-        if tensors.has_hooks or tensors.accumulated != signature.accumulated:
+        if tensors.has_hooks or (tensors.accumulated, tensors.shared) != (signature.accumulated, signature.shared):
             return False
         undefined = [tensors.get(place) for place in signature.undefined]
         expect_no_gradient(undefined)  # before the check, because it compares the number of expected gradients
@@ -159,7 +164,7 @@ class BackwardRecord:
             self.problem = str(error)
             return None
         self.signature = BackwardSignature(
-            places, self._outputs, tensors.accumulated, tuple(places[i] for i in undefined)
+            places, self._outputs, tensors.accumulated, tuple(places[i] for i in undefined), tensors.shared
         )
         if len(sizes) or len(scalars) or not all(_is_own(hook, tensors.node) for hook in hooks):
             self.problem = "its backward depends on symbolic sizes, on numbers, or on unknown hooks"
