@@ -60,7 +60,11 @@ class Tensors:
         }
 
     def find(self, tensor: torch.Tensor) -> Place:
-        """Return the place of a tensor; NotPortableError if it is in no list, or its memory is in several lists."""
+        """Return the place of a tensor.
+
+        Raises:
+            NotPortableError: it is in no list, it is a gradient and in another list, or its memory is in several lists.
+        """
         every = [((name, i), each) for name, tensors in self._lists.items() for i, each in enumerate(tensors)]
         places = [place for place, each in every if each is tensor]
         if len({name == "gradient" for name, _ in places}) > 1:

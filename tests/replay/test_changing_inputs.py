@@ -92,3 +92,43 @@ def test_replaced_shards_are_freed(rank: int) -> None:
     model.to(torch.float64)
     gc.collect()
     assert [shard() for shard in shards] == [None, None]
+
+
+class _TwoOutputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.first(x), self.second(x)
+
+
+def _add(weight: float, first: torch.Tensor, second: torch.Tensor) -> None:
+    """Add two outputs, which get one tensor as gradient if nothing scales the second."""
+    (first + (second if weight == 1 else weight * second)).backward(Y)
+
+
+def _give_input(weight: float, first: torch.Tensor, second: torch.Tensor) -> None:
+    """Give the forward's input, which the backward reads, or another tensor as gradient."""
+    first.backward(X if weight == 1 else weight * X)
+
+
+@pytest.mark.parametrize(("name", "replays"), [("_add", (4, 3)), ("_give_input", (0, 0))])
+@on_ranks(1)
+def test_backward_is_replayed_only_if_the_same_of_its_inputs_are_one_tensor(
+    rank: int, name: str, replays: tuple[int, int]
+) -> None:
+    run, found = globals()[name], []
+    for fully_shard in (torch_fully_shard, compile_fsdp.fully_shard):
+        torch.manual_seed(0)
+        model: Any = fully_shard(_TwoOutputs())
+        if fully_shard is compile_fsdp.fully_shard:
+            compile_with_replay(model, backend="compile_fsdp", fullgraph=True, options={"inner_backend": "aot_eager"})
+        gradients = []
+        for weight in (1.0, 1.0, 0.25, 0.25, 1.0):
+            model.zero_grad()
+            run(weight, *model(X))
+            gradients += [None if each.grad is None else full(each.grad).clone() for each in model.parameters()]
+        found.append(gradients)
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+    assert count_replays(model) == replays
