@@ -181,7 +181,8 @@ def _describe(
     tensors = [node for node, value in zip(inputs, values, strict=True) if isinstance(value, torch.Tensor)]
     # All symbols of the block are inputs, because the guards of a compiled graph are on its inputs.
     symbols = set().union(*map(free_symbols, (*values, *results)))
-    known = {symbol: node for node in ops[0].graph.find_nodes(op="placeholder") if (symbol := _symbol_of(node))}
+    placeholders = ops[0].graph.find_nodes(op="placeholder") if symbols else ()
+    known = {symbol: node for node in placeholders if (symbol := _symbol_of(node))}
     if not symbols <= known.keys():
         return None
     sizes = [node for node in inputs if node not in tensors]
