@@ -164,13 +164,9 @@ class TraceableGroup:
         return self.fsdp_group._sharded_state is self.known.post_forward
 
     @property
-    def has_own_slices(self) -> bool:
-        """Whether the post-forward shards are those of a graph, and not those of eager code."""
-        return bool(self.params) and all(
-            param.post_forward is not None
-            and param.fsdp_param._sharded_post_forward_param_data is param.post_forward.data
-            for param in self.params
-        )
+    def has_eager_slices(self) -> bool:
+        """Whether the group has post-forward shards of eager code, which graphs do not read."""
+        return self.is_post_forward and not (self.params and all(param.has_own_slice for param in self.params))
 
     @property
     def is_filled(self) -> bool:

@@ -258,7 +258,7 @@ def _enter(hooks: StateHooks) -> None:
     initialise(hooks)
     ahead = (*hooks.state._states_to_forward_prefetch, *hooks.state._states_to_backward_prefetch)
     prepare_groups((hooks, *map(hooks_of, ahead)))
-    if any(group.is_post_forward and not group.has_own_slices for group in hooks.groups):
+    if any(group.has_eager_slices for group in hooks.groups):
         checks.refuse_eager_slices(hooks.state)  # the root's call has resharded all others
     trace_record.enter(hooks)
 

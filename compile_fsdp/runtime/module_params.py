@@ -121,9 +121,9 @@ def finds_substitute(groups: Iterable[FSDPParamGroup]) -> bool:
 
 @at_run_time
 def reshard_eager_slices(groups: Iterable[TraceableGroup]) -> None:
-    """Reshard groups of which eager code has kept post-forward shards, because graphs read those of graphs only."""
+    """Reshard groups of which eager code has kept post-forward shards, because graphs do not read these."""
     for group in groups:
-        if group.is_post_forward and not group.has_own_slices:
+        if group.has_eager_slices:
             group.fsdp_group._to_sharded()
             for fsdp_param in group.fsdp_group.fsdp_params:
                 fsdp_param._sharded_post_forward_param_data = fsdp_param._sharded_post_forward_param = None

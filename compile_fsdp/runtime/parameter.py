@@ -174,6 +174,12 @@ class TraceableParam:
         return any(count_uses(each) > own for each, own in zip(self.filled, self._own_uses, strict=True))
 
     @property
+    def has_own_slice(self) -> bool:
+        """Whether the post-forward shard is that of a graph, and not that of eager code."""
+        own = None if self.post_forward is None else self.post_forward.data
+        return own is not None and self.fsdp_param._sharded_post_forward_param_data is own
+
+    @property
     def filled(self) -> list[torch.Tensor]:
         """Tensors that a gather fills: the unsharded parameter, or its parts."""
         return [self.unsharded_param] if self.parts is None else self.parts.tensors
