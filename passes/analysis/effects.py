@@ -26,6 +26,9 @@ from compile_fsdp.torch_compat.dispatch import (
 
 _aten = torch.ops.aten
 
+# Tags of ops whose results have sizes, or are numbers, that depend on data.
+DEPENDS_ON_DATA = frozenset({torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output})
+
 # They take a mutable op, and by definition return the tensors that it would have written.
 _FUNCTIONAL_HIGHER_ORDER_OPS = frozenset(
     {"auto_functionalized", "auto_functionalized_v2", "triton_kernel_wrapper_functional"}

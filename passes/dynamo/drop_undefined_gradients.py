@@ -32,7 +32,7 @@ import torch
 from torch import fx
 
 from compile_fsdp.passes.analysis.aliases import is_declared_view
-from compile_fsdp.passes.analysis.effects import Effects, nodes_in
+from compile_fsdp.passes.analysis.effects import DEPENDS_ON_DATA, Effects, nodes_in
 from compile_fsdp.torch_compat.autograd import (
     AotGradients,
     autograd_function,
@@ -44,8 +44,6 @@ from compile_fsdp.torch_compat.autograd import (
 from compile_fsdp.torch_compat.dispatch import FakeTensorMode, OpOverload
 
 _aten = torch.ops.aten
-
-_DEPENDS_ON_DATA = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 
 # Ops that are zero if their first argument is, if any is, and if all are.
 _LINEAR = {
@@ -126,7 +124,9 @@ def _only_behind(graph: fx.Graph, defined: Collection[fx.Node], undefined: Colle
 def _find_kept(graph: fx.Graph, behind: Collection[fx.Node], undefined: Collection[fx.Node]) -> set[fx.Node]:
     """Return the nodes behind undefined gradients alone that may not be zero, and that others read."""
     zeros = set(undefined)
-    zeros.update(node for node in behind if _keeps_zero(node, zeros))
+    for node in behind:
+        if _keeps_zero(node, zeros):
+            zeros.add(node)
     kept: set[fx.Node] = set()
     for node in reversed(graph.nodes):
         if node not in behind or node in kept:
@@ -188,5 +188,5 @@ def _find_values(graph: fx.Graph, inputs: Sequence[Any]) -> dict[fx.Node, Any]:
 
 def _is_known(node: fx.Node) -> bool:
     if isinstance(node.target, OpOverload):
-        return _DEPENDS_ON_DATA.isdisjoint(node.target.tags)
+        return DEPENDS_ON_DATA.isdisjoint(node.target.tags)
     return node.target is operator.getitem or autograd_function(node) not in (None, "AccumulateGrad")

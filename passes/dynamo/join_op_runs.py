@@ -23,13 +23,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from compile_fsdp.passes.analysis.effects import Effects
+from compile_fsdp.passes.analysis.effects import DEPENDS_ON_DATA, Effects
 from compile_fsdp.torch_compat.dispatch import OpOverload
 
 _FEWEST = 3  # fewest ops that are worth a call
 
 # Tags of ops that stay in the graph. Random ops would else change their order, because those without inputs stay.
-_APART = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output, torch.Tag.nondeterministic_seeded}
+_APART = {*DEPENDS_ON_DATA, torch.Tag.nondeterministic_seeded}
 
 
 def join_op_runs(graph: fx.Graph) -> set[Callable[..., Any]]:
