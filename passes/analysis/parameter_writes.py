@@ -39,7 +39,7 @@ def find_refused_writes(
     effects = EagerEffects(None)
     # The bodies of higher-order ops share the graph's fake tensors.
     graphs = [each.graph for each in graph_and_bodies(gm)] if by_storage else []
-    freed_nodes = chain.from_iterable(map(find_freed, graphs))
+    freed_nodes = filter(None, chain.from_iterable(map(find_freed, graphs)))
     calls = (node for each in graphs for node in each.nodes if node.op == "call_function" and node.target is free)
     freed = {key for node in (*freed_nodes, *nodes_in([call.args for call in calls])) for key in _storages(node)}
     for node in chain.from_iterable(each.nodes for each in graphs):
@@ -65,5 +65,5 @@ def _written(node: fx.Node, effects: EagerEffects) -> Sequence[fx.Node]:
     return effects.written_inputs(node)
 
 
-def _storages(node: fx.Node | None) -> Iterator[int]:
-    return (key for key in storage_keys(None if node is None else fake_value(node)) if key is not None)
+def _storages(node: fx.Node) -> Iterator[int]:
+    return (key for key in storage_keys(fake_value(node)) if key is not None)

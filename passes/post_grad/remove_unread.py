@@ -86,12 +86,12 @@ def _sent(gather: fx.Node) -> tuple[tuple[fx.Node, ...], tuple[Any, ...]] | None
     """Return the inputs and settings of a gather, or None if it sends anything but inputs of the graph."""
     source = gather.args[0]
     assert isinstance(source, fx.Node)
-    shards, others = (source,), ()
-    if source.target is aten.cat.default:
-        shards, *others = source.args  # type: ignore[assignment]
+    is_joined = source.target is aten.cat.default
+    shards = tuple(source.args[0]) if is_joined else (source,)  # type: ignore[arg-type]
+    dim = (*source.args[1:], *source.kwargs.items()) if is_joined else ()
     if any(not isinstance(each, fx.Node) or each.op != "placeholder" for each in shards):
         return None
-    return tuple(shards), (*others, *source.kwargs.items(), *settings_of(gather))
+    return shards, (*dim, *settings_of(gather))
 
 
 def _is_read_behind(value: fx.Node, place: fx.Node) -> bool:
