@@ -186,7 +186,9 @@ def _check(ours: dict[str, Any]) -> None:
             raise UnknownOptionError(f"expected {name} to be True or False, got {value!r}")
     limit = ours.get("agreement_timeout_s", 1.0)
     if isinstance(limit, bool) or not isinstance(limit, (int, float)) or not 0 < limit < math.inf:
-        raise UnknownOptionError(f"expected agreement_timeout_s to be a finite number of seconds, got {limit!r}")
+        raise UnknownOptionError(
+            f"expected agreement_timeout_s to be a finite number of seconds above 0, got {limit!r}"
+        )
     bundle = ours.get("bundle")
     if isinstance(bundle, os.PathLike):
         ours["bundle"] = os.fspath(bundle)
